@@ -271,9 +271,10 @@ def _prepare_jax() -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.97")
     import jax
 
+    from tinyvllm_jax.loading.demo_model import cache_dir
+
     if jax.config.jax_compilation_cache_dir is None and jax.config.jax_enable_compilation_cache:
-        cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-        jax.config.update("jax_compilation_cache_dir", os.path.join(cache, "tinyvllm_jax", "xla"))
+        jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "xla"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
 

@@ -14,6 +14,7 @@ from tests.recorder import log_softmax, recorded_logits
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
 QWEN3 = Path(__file__).parents[2] / "configs" / "models" / "qwen3-0.6b"
+LENGTHS = (5, 600, 64, 1200, 33, 900, 2, 700, 511)
 # bfloat16 has 8 bits: over 30 layers the logprob of a token near the top moves by up to about 0.3,
 # and greedy decoding may leave the float32 reference where its two best are closer than that.
 BF16_TOLERANCE = 0.5
@@ -44,10 +45,11 @@ def test_smollm2_in_bfloat16(demo_model, backend):
         for step in range(min(same + 1, 64)):
             logprobs = log_softmax(logits[output.request_id][start + step])
             errors += [abs(logprobs[t] - lp) for t, lp in right["top5"][step] if lp > -5]
-    print(f"{backend}: {compared} of 512 tokens before a difference, logprob error median "
-          f"{np.median(errors):.4f}, 99 % {np.quantile(errors, 0.99):.4f}, most {max(errors):.4f}")  # fmt: skip
+    median, most = np.median(errors), max(errors)
+    print(f"{backend}: {compared} of 512 tokens before a difference")
+    print(f"logprob error: median {median:.4f}, most {most:.4f}")
     assert compared >= 256
-    assert max(errors) < BF16_TOLERANCE and np.median(errors) < 0.05
+    assert most < BF16_TOLERANCE and median < 0.05
 
 
 def test_smollm2_in_float32(demo_model):
@@ -86,9 +88,7 @@ def qwen3_logits(**settings) -> np.ndarray:
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
     with recorded_logits(llm) as logits:
         outputs = [llm.generate(prompt, params, use_tqdm=False)[0] for prompt in prompts]
-    return np.stack(
-        [logits[o.request_id][len(p)] for o, p in zip(outputs, prompts, strict=True)]
-    )
+    return np.stack([logits[o.request_id][len(p)] for o, p in zip(outputs, prompts, strict=True)])
 
 
 def test_mosaic_is_as_close_to_float32_as_xla():
@@ -114,8 +114,8 @@ def test_engine_on_the_device(compilations):
         assert memory.temp_size_in_bytes < cache_bytes / 4, shape
     before = compilations()
     rng = np.random.default_rng(1)
-    prompts = [rng.integers(0, 150_000, n).tolist() for n in (5, 600, 64, 1200, 33, 900, 2, 700,
-    511)] params = [
+    prompts = [rng.integers(0, 150_000, n).tolist() for n in LENGTHS]
+    params = [
         SamplingParams(temperature=t, top_p=p, max_tokens=n, ignore_eos=True, seed=i)
         for i, (t, p, n) in enumerate([(0, 1, 80), (1, 0.9, 60), (0.7, 1, 90)] * 3)
     ]

@@ -4,6 +4,7 @@ The references were computed in float32 from float32 weights (as the GGUF holds 
 same weights rounded to bfloat16 (as the safetensors and the converted checkpoint hold them).
 """
 
+import itertools
 import json
 from pathlib import Path
 
@@ -83,7 +84,7 @@ def test_chat_and_text(gguf_llm):
     *partial, last = gguf_llm.stream(prompt, greedy)
     assert last.finished and last.outputs[0].text == output.outputs[0].text
     texts = [step.outputs[0].text for step in [*partial, last]]
-    assert all(b.startswith(a) for a, b in zip(texts, texts[1:], strict=False))
+    assert all(b.startswith(a) for a, b in itertools.pairwise(texts))
 
 
 def test_seeded_sampling_ignores_neighbours(gguf_llm):

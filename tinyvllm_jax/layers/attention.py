@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from pallas_kernels import kv_cache_update, paged_attention_decode, paged_attention_prefill
+from pallas_kernels import paged_attention_decode, paged_attention_prefill, store_kv_cache
 from tinyvllm_jax.config import ModelConfig
 from tinyvllm_jax.layers.linear import Linear
 from tinyvllm_jax.layers.norm import RMSNorm
@@ -99,7 +99,7 @@ class Attention(nnx.Module):
         q, k = apply_rotary(q, *rotary), apply_rotary(k, *rotary)
         # The layer index is an array, so that one lowering of a kernel serves all layers.
         where: dict[str, Any] = {"layer": jnp.int32(self.layer), "implementation": self.backend}
-        cache = KVCache(*kv_cache_update(cache.k, cache.v, k, v, meta.slot_mapping, **where))
+        cache = KVCache(*store_kv_cache(cache.k, cache.v, k, v, meta.slot_mapping, **where))
         where["sliding_window"] = self.sliding_window
         if meta.cu_seqlens_q is None:
             out = paged_attention_decode(
