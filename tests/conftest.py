@@ -1,14 +1,17 @@
-"""Settings of all tests: no network, no shared compilation cache, `gpu` tests only on a GPU."""
+"""Settings of all tests: no network, a compilation cache of their own, `gpu` tests only on a GPU."""
 
+import atexit
 import functools
 import os
+import shutil
+import tempfile
 
-# Read once by huggingface_hub, jax and transformers, so set before anything imports them.
+# Read once by huggingface_hub and jax, so set before anything imports them.
 os.environ["HF_HUB_OFFLINE"] = "1"
-# Programs that an earlier run compiled would hide faults.
-os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
-# transformers remarks at import that PyTorch is missing; here it always is.
-os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
+# Programs that an earlier run compiled would hide faults; within a run, engines share theirs.
+os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="tinyvllm-jax-tests-")
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 
 import hypothesis
 import pytest

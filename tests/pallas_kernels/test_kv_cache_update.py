@@ -107,12 +107,11 @@ def test_mosaic_lowers(num_tokens, num_blocks):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("implementation", ["mosaic_gpu", "xla"])
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=lambda d: d.__name__)
 @pytest.mark.parametrize("num_tokens", [1, 8, 100, 513, 1000])
-def test_gpu(num_tokens, dtype, implementation):
+def test_gpu(num_tokens, implementation):
     seed = int(np.random.default_rng().integers(2**31))
     print("seed", seed)
-    arrays = inputs(num_tokens, dtype, (2, 40, 8, 64, 128), seed)
+    arrays = inputs(num_tokens, shape=(2, 40, 8, 64, 128), seed=seed)
     want = expected(*arrays)
     call = functools.partial(store_kv_cache, layer=jnp.int32(1), implementation=implementation)
     assert same(jax.jit(call, donate_argnums=(0, 1))(*arrays), want)
