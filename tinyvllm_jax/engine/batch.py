@@ -8,6 +8,7 @@ host and a traced array on the device alike.
 
 import bisect
 import dataclasses
+import math
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -52,20 +53,21 @@ class StepShape:
     @property
     def buffer_size(self) -> int:
         """int32 values in the step's buffer."""
-        return sum(int(np.prod(shape)) for shape in self.fields().values())
+        return sum(_aligned_size(shape) for shape in self.fields().values())
 
     def split(self, buffer: Any) -> dict[str, Any]:
         """Views of a [buffer_size] int32 buffer by field name."""
-        return _split(buffer, self.fields())
+        parts, start = {}, 0
+        for name, shape in self.fields().items():
+            parts[name] = buffer[start : start + math.prod(shape)].reshape(shape)
+            start += _aligned_size(shape)
+        return parts
 
 
-def _split(buffer: Any, fields: dict[str, tuple[int, ...]]) -> dict[str, Any]:
-    parts, start = {}, 0
-    for name, shape in fields.items():
-        size = int(np.prod(shape))
-        parts[name] = buffer[start : start + size].reshape(shape)
-        start += size
-    return parts
+def _aligned_size(shape: tuple[int, ...]) -> int:
+    """int32 values that a field takes: XLA hands parts of the buffer to kernels without copying
+    them, and a Mosaic GPU kernel wants its operands at multiples of 256 bytes."""
+    return -(-math.prod(shape) // 64) * 64
 
 
 class SamplingFields:
