@@ -26,7 +26,7 @@ class Options:
 
     engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
     prompt_lens: tuple[int, ...] = (128, 1024, 4095)
-    """Prompt lengths; those that do not fit the model are refused."""
+    """Prompt lengths; with output_len they must fit max_model_len."""
     output_len: int = 256
     """Tokens generated for each."""
     repeats: int = 5
@@ -51,6 +51,11 @@ def measure(llm: LLM, prompt_len: int, output_len: int) -> tuple[float, float]:
 def main(argv: Sequence[str] | None = None) -> None:
     options = command_line.parse_plain(Options, argv)
     llm = command_line.make_llm(options.engine)
+    limit, longest = llm.config.max_model_len or 0, max(options.prompt_lens)
+    if longest + options.output_len > limit:
+        raise ValueError(
+            f"{longest} prompt and {options.output_len} output tokens exceed max_model_len={limit}"
+        )
     runner, bandwidth = llm.model_runner, card.read_bandwidth()
     rate = card.matmul_rate(runner.dtype)
     cases = []

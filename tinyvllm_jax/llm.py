@@ -269,6 +269,9 @@ def _prepare_jax() -> None:
     """
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.97")
+    # XLA warns that a program with a donated cache of half the memory "can't fit": it counts the
+    # cache twice. Errors are still shown.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     import jax
 
     from tinyvllm_jax.loading.demo_model import cache_dir
@@ -279,7 +282,7 @@ def _prepare_jax() -> None:
 
 
 def _cpu_has_bf16() -> bool:
-    """Whether this CPU multiplies bfloat16 in hardware (x86 on Linux; elsewhere float32 is safe)."""
+    """Whether this CPU multiplies bfloat16 in hardware (x86 on Linux; others use float32)."""
     try:
         with open("/proc/cpuinfo") as file:
             flags = next((line for line in file if line.startswith("flags")), "").split()

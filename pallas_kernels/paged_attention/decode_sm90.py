@@ -20,6 +20,8 @@ What was tried (one H200, share of a read-only reduction's bandwidth, H = 32, K 
 - Pallas Triton kernel of jax (deprecated)             0.48 the same
 - this kernel with 2 splits / 1 split                  0.85 / 0.94 the same
 - this kernel, 1 split                                 0.97-0.98 at B = 256, context 2048-8192
+- the same, timed within one program                   0.95 at B = 64 and 1.01 at B = 256, context
+                                                       2048; 0.51 at B = 8 (docs/performance.md)
 - block sizes 16, 32, 64, 128                          within 3 % of each other at B = 64
 - e4m3 caches                                          only 1.26x faster than bf16: converting
   tiles through shared memory is the bottleneck, so they are left out.

@@ -7,12 +7,12 @@ K and V of the new tokens are already in the cache, so a chunk and a cached pref
 
 The bound is the arithmetic: 4 * h operations for each query head and visible (query, key) pair.
 
-What was tried (one H200, H = 16, K = 8, h = 128, bfloat16, TFLOP/s):
-- cuDNN, dense and causal, 1 x 4096                       411
-- this kernel, 1 x 4096 new tokens                        368
-- this kernel, 2 x 2048 new tokens on prefixes of 2048    392
-- this kernel, 8 x 512 new tokens                          58: short sequences fill few tiles
-(FlashAttention-3 on the same machine, not paged: 591 at 1 x 4096, 212 at 8 x 512.)
+What was tried (H200, H = 16, K = 8, h = 128, bfloat16; TFLOP/s for 1 x 4096 new tokens, 2 x 2048 on
+prefixes of 2048, and 8 x 512):
+- a prototype, timed by single dispatches                 368, 392, 58
+- this kernel, timed within one program                   448, 484, 161 (docs/performance.md)
+- cuDNN, dense and causal, single dispatches              411 at 1 x 4096
+(FlashAttention-3 on such a machine, not paged: 591 at 1 x 4096, 212 at 8 x 512.)
 """
 
 import functools
