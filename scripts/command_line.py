@@ -127,8 +127,6 @@ def _names(kind: type) -> set[str]:
 
 def make_llm(config: EngineConfig) -> "LLM":
     """Starts the engine; loading and compiling show progress on a terminal only."""
-    # transformers would remark that PyTorch is missing; nothing here needs it.
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from tinyvllm_jax import LLM
 
     settings = {name: getattr(config, name) for name in _names(EngineConfig)}

@@ -3,7 +3,7 @@
 The card's bound: to decode one token for each running sequence, a step reads every weight once and
 the keys and values of every sequence's context once. So bytes read per second, over the memory
 bandwidth of the device, is the share of the possible that was reached. The bandwidth is not taken
-from a data sheet: `measure_bandwidth` reads a large array here and now.
+from a data sheet: `card.read_bandwidth` sums a large array here and now.
 """
 
 import dataclasses
@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import command_line
+from card import read_bandwidth
 
 from tinyvllm_jax.config import EngineConfig
 
@@ -39,24 +40,9 @@ class Options(command_line.Options):
 
     num_prompts: int = 16
     """Prompts in the batch."""
-    sampling: command_line.Sampling = command_line.Sampling(temperature=0.0, max_tokens=64)
-
-
-def measure_bandwidth(num_bytes: int, repeats: int = 8) -> float:
-    """Bytes per second that a jitted sum over an array of `num_bytes` float32 reads: the best of
-    `repeats` runs after one to compile. The array is far larger than any cache."""
-    import jax
-    import jax.numpy as jnp
-
-    array = jnp.ones((num_bytes // 4 // 4096, 4096), jnp.float32)
-    total = jax.jit(lambda a: a.sum(axis=1))
-    total(array).block_until_ready()
-    seconds = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        total(array).block_until_ready()
-        seconds.append(time.perf_counter() - start)
-    return array.nbytes / min(seconds)
+    sampling: command_line.Sampling = dataclasses.field(
+        default_factory=lambda: command_line.Sampling(temperature=0.0, max_tokens=64)
+    )
 
 
 def read_share(
@@ -77,7 +63,7 @@ def main(
         raise ValueError(f"num_prompts must be at least 1, got {options.num_prompts}")
     start = time.monotonic()
     llm = make_llm(options.engine)
-    card = {"start-up": f"{time.monotonic() - start:.1f} s to load and compile"}
+    lines = {"start-up": f"{time.monotonic() - start:.1f} s to load and compile"}
     tokenizer = llm.get_tokenizer()
 
     def ask(question: str) -> dict[str, Any]:
@@ -92,7 +78,7 @@ def main(
         length, ttft = len(text), output.metrics.ttft
     print("\n")
     if ttft is not None:
-        card["first token"] = f"{ttft * 1e3:.1f} ms after the request (streamed answer)"
+        lines["first token"] = f"{ttft * 1e3:.1f} ms after the request (streamed answer)"
 
     questions = [QUESTIONS[i % len(QUESTIONS)] for i in range(options.num_prompts)]
     before = dataclasses.replace(llm.engine.stats)
@@ -103,28 +89,30 @@ def main(
     for question, output in list(zip(questions, outputs, strict=True))[: len(QUESTIONS)]:
         print(f"> {question}\n{output.outputs[0].text.strip()}\n")
     num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
-    card["batch"] = (
+    lines["batch"] = (
         f"{len(outputs)} prompts, {num_tokens} new tokens in {seconds:.2f} s: "
         f"{num_tokens / seconds:,.1f} tokens/s"
     )
-    card |= decode_card(llm, before)
+    lines |= decode_lines(llm, before)
     print(f"{'model':<12} {options.engine.model}")
-    print("\n".join(f"{name:<12} {value}" for name, value in card.items()))
+    print("\n".join(f"{name:<12} {value}" for name, value in lines.items()))
 
 
-def decode_card(llm: "LLM", before: "EngineStats") -> dict[str, str]:
-    """Lines about the device and the steps that only decoded since the counters stood at `before`."""
+def decode_lines(llm: "LLM", before: "EngineStats") -> dict[str, str]:
+    """Lines about the device and about the decode-only steps since the counters were `before`."""
     import jax
 
     device, runner, now = jax.devices()[0], llm.model_runner, llm.engine.stats
-    card = {"device": f"{device.device_kind} ({device.platform}), computing in {runner.dtype.name}"}
+    lines = {
+        "device": f"{device.device_kind} ({device.platform}), computing in {runner.dtype.name}"
+    }
     steps = now.decode_steps - before.decode_steps
     if not steps:
-        return card
+        return lines
     seconds = now.decode_time_s - before.decode_time_s
     tokens = now.decode_only_tokens - before.decode_only_tokens
     context = now.decode_context_tokens - before.decode_context_tokens
-    bandwidth = measure_bandwidth(2**31 if device.platform == "gpu" else 2**28)
+    bandwidth = read_bandwidth()
     share = read_share(
         weight_bytes=runner.weight_bytes,
         kv_bytes=context * runner.kv_bytes_per_token,
@@ -132,15 +120,15 @@ def decode_card(llm: "LLM", before: "EngineStats") -> dict[str, str]:
         seconds=seconds,
         bandwidth=bandwidth,
     )
-    card["decode"] = (
+    lines["decode"] = (
         f"{steps} steps of {tokens / steps:.1f} tokens on average, {seconds / steps * 1e3:.2f} ms "
         f"each; a step reads {runner.weight_bytes / 1e6:,.0f} MB of weights"
     )
-    card["bandwidth"] = (
+    lines["bandwidth"] = (
         f"{share:.0%} of {bandwidth / 1e9:,.0f} GB/s: weights and KV that decode steps read, over "
-        "the best of 8 jitted sums of a large array"
+        "the best of several jitted sums of a large array"
     )
-    return card
+    return lines
 
 
 if __name__ == "__main__":

@@ -12,12 +12,11 @@ import numpy as np
 from tinyvllm_jax.loading.demo_model import fetch_demo_model
 from tinyvllm_jax.loading.gguf import GGUFCheckpoint
 from tinyvllm_jax.loading.lazy_imports import import_transformers
+from tinyvllm_jax.loading.orbax import OrbaxCheckpoint, is_converted
 from tinyvllm_jax.loading.safetensors import SafetensorsCheckpoint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
-
-    from tinyvllm_jax.loading.orbax import OrbaxCheckpoint
 
 DEMO_MODELS: dict[str, Callable[[], Path]] = {"smollm2-135m": fetch_demo_model}
 
@@ -49,7 +48,7 @@ class ModelSource:
     hf_config: "PreTrainedConfig"
     generation_config: dict[str, Any]
     """The content of generation_config.json; empty when there is none."""
-    weights: "Mapping[str, np.ndarray] | OrbaxCheckpoint | None"
+    weights: Mapping[str, np.ndarray] | OrbaxCheckpoint | None
     """Tensors by Hugging Face name, or a converted checkpoint; None with load_format="dummy"."""
     load_tokenizer: "Callable[[], PreTrainedTokenizerBase]"
     """Reads the tokenizer. Raises FileNotFoundError when there is none, ValueError when it is slow or
@@ -111,7 +110,6 @@ def load_tokenizer(model: str, *, revision: str | None = None) -> "PreTrainedTok
 def _locate(model: str, revision: str | None, files: tuple[str, ...]) -> Path:
     """The folder or .gguf file of a model, downloaded if need be (`files` of a hub id)."""
     path = Path(model).expanduser()
-    # A trailing separator or a leading dot or tilde means a path, as does a known suffix.
     is_hub_id = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", model) and path.suffix != ".gguf"
     if not path.exists() and is_hub_id and model not in DEMO_MODELS:
         return _download(model, revision, files)
@@ -212,13 +210,8 @@ def _read_json(file: Path) -> dict[str, Any]:
     return value
 
 
-def _open_weights(folder: Path) -> "Mapping[str, np.ndarray] | OrbaxCheckpoint":
-    # Imported here: orbax takes a second that safetensors folders need not pay.
-    from tinyvllm_jax.loading import orbax
-
-    if orbax.is_converted(folder):
-        return orbax.OrbaxCheckpoint(folder)
-    return SafetensorsCheckpoint(folder)
+def _open_weights(folder: Path) -> Mapping[str, np.ndarray] | OrbaxCheckpoint:
+    return OrbaxCheckpoint(folder) if is_converted(folder) else SafetensorsCheckpoint(folder)
 
 
 def _load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
