@@ -83,7 +83,7 @@ def random_inputs(
     )
 
 
-def relative_error(got: jax.Array, want: jax.Array) -> float:
+def relative_error(got: jax.Array | np.ndarray, want: jax.Array | np.ndarray) -> float:
     """||got - want|| / ||want|| in float32; a NaN in `got` gives NaN, which passes no test."""
-    got, want = (np.asarray(x, np.float32) for x in (got, want))
-    return float(np.linalg.norm(got - want) / max(np.linalg.norm(want), 1e-30))
+    a, b = (np.asarray(x, np.float32) for x in (got, want))
+    return float(np.linalg.norm(a - b) / max(float(np.linalg.norm(b)), 1e-30))

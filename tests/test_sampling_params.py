@@ -57,7 +57,8 @@ def test_top_k_1_is_greedy_and_minus_1_is_all():
 
 
 def test_numpy_scalars_are_numbers():
-    params = SamplingParams(temperature=np.float32(0.5), top_k=np.int64(7), seed=np.uint8(3))
+    numbers: dict = {"temperature": np.float32(0.5), "top_k": np.int64(7), "seed": np.uint8(3)}
+    params = SamplingParams(**numbers)
     assert (params.temperature, params.top_k, params.seed) == (0.5, 7, 3)
 
 

@@ -39,6 +39,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+_ACC: Any = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
 _MASKED = -1e30
 _N = 8  # wgmma's smallest N: query heads a step
 _LOG2E = math.log2(math.e)
@@ -115,11 +116,10 @@ def _kernel(
 ):
     tile, stages, num_splits = config.tile, config.stages, config.num_splits
     if num_splits == 1:
-        (out_ref, *refs) = refs
-        (q_smem, k_smem, v_smem, p_smem, q_bar, k_bar, v_bar, free_bar, out_smem) = refs
+        (out_ref, q_smem, k_smem, v_smem, p_smem, q_bar, k_bar, v_bar, free_bar, out_smem) = refs
     else:
-        (out_ref, max_ref, sum_ref, *refs) = refs
-        (q_smem, k_smem, v_smem, p_smem, q_bar, k_bar, v_bar, free_bar) = refs
+        (out_ref, max_ref, sum_ref, *scratch) = refs
+        (q_smem, k_smem, v_smem, p_smem, q_bar, k_bar, v_bar, free_bar) = scratch
     head_dim, dtype, block_size = q_ref.shape[3], q_ref.dtype, k_ref.shape[3]
     b, split, kv_head = lax.axis_index("b"), lax.axis_index("split"), lax.axis_index("kv_head")
     layer = layer_ref[0]
@@ -193,7 +193,7 @@ def _kernel(
                 plgpu.wgmma(acc, k_smem.at[slot], q_smem.T)
                 return acc[...]
 
-            scores = pl.run_scoped(scores_of, plgpu.ACC((tile, _N), jnp.float32))
+            scores = pl.run_scoped(scores_of, _ACC((tile, _N), jnp.float32))
             token = plgpu.broadcasted_iota(jnp.int32, (tile, _N), 0, layout=wgmma)
             tile_start = (begin + i) * tile
             # exp2 of scores in units of log2: one multiply saved for every exponential.
@@ -214,7 +214,7 @@ def _kernel(
                 plgpu.wgmma(acc, v_smem.at[slot].T, p_smem.T)
                 return acc[...]
 
-            values = pl.run_scoped(values_of, plgpu.ACC((head_dim, _N), jnp.float32))
+            values = pl.run_scoped(values_of, _ACC((head_dim, _N), jnp.float32))
             out = out * lax.broadcast_in_dim(rescale, (head_dim, _N), [1]) + values
 
             # Arrive only if the producer will wait: interpret mode wants every phase observed.

@@ -27,6 +27,7 @@ from jax import lax
 
 from pallas_kernels.paged_attention.tiles import max_tiles, query_tiles
 
+_ACC: Any = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
 _MASKED = -1e30
 _LOG2E = math.log2(math.e)
 _ROWS = 64  # query rows of a warpgroup: wgmma's M
@@ -190,7 +191,7 @@ def _attend(
             plgpu.wgmma(acc, q_smem.at[warpgroup], k_smem.at[slot].T)
             return acc[...]
 
-        scores = pl.run_scoped(scores_of, plgpu.ACC((_ROWS, tile), jnp.float32))
+        scores = pl.run_scoped(scores_of, _ACC((_ROWS, tile), jnp.float32))
 
         @pl.when(i + _STAGES < num_kv_tiles)
         def _():
@@ -214,7 +215,7 @@ def _attend(
             def accumulate(acc):
                 plgpu.wgmma(acc, probs, v_smem.at[slot])
 
-            out = pl.run_state(accumulate)(plgpu.ACC.init(out))
+            out = pl.run_state(accumulate)(_ACC.init(out))
         else:  # interpret mode has neither run_state nor wgmma with A in registers
             p_smem.at[warpgroup][...] = probs
             plgpu.commit_smem()
@@ -223,7 +224,7 @@ def _attend(
                 plgpu.wgmma(acc, p_smem.at[warpgroup], v_smem.at[slot])
                 return acc[...]
 
-            out = out + pl.run_scoped(values_of, plgpu.ACC((_ROWS, head_dim), jnp.float32))
+            out = out + pl.run_scoped(values_of, _ACC((_ROWS, head_dim), jnp.float32))
 
         @pl.when(i + _STAGES < num_kv_tiles)
         def _():

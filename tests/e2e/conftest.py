@@ -25,7 +25,7 @@ def compilations() -> Callable[[], int]:
     """Returns a function that counts traces, lowerings and compilations since the test began."""
     count = 0
 
-    def listener(event: str, duration: float, **_: object) -> None:
+    def listener(event: str, duration_secs: float, **_: str | int) -> None:
         nonlocal count
         count += event.startswith(COMPILE_EVENTS)
 

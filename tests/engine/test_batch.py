@@ -19,7 +19,9 @@ def scheduled(prompts, **settings):
     for i, prompt in enumerate(prompts):
         params = SamplingParams(temperature=0.5, top_k=i, top_p=0.9, min_p=0.1, seed=-1 - i)
         engine.add(engine.make_sequence(prompt, params))
-    return engine.scheduler.schedule(), engine
+    batch = engine.scheduler.schedule()
+    assert batch is not None
+    return batch, engine
 
 
 def test_fields_are_aligned_and_do_not_overlap():
@@ -53,6 +55,7 @@ def test_decode_takes_unseen_tokens_from_the_device():
     batch, engine = scheduled([[1, 2, 3, 4], [5]])
     assert [part.seq.num_prompt_tokens for part in batch.decode] == [1]  # one token is a decode
     batch = engine.scheduler.schedule()
+    assert batch is not None
     shape = StepShape(8, 8, 16, is_prefill=False)
     fields = shape.split(prepare_decode(batch.decode, shape, block_size=4))
     assert fields["token_ids"].tolist()[:2] == [-1, -1]  # sampled, but not read yet

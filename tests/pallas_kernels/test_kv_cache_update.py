@@ -61,13 +61,15 @@ def test_in_place():
     shape = (4, 512, 3, 16, 64)
     k_cache, v_cache, k, v, slots = inputs(40, shape=shape)
 
-    def step(caches, k, v, slots):
+    def step(k_cache, v_cache, k, v, slots):
         for layer in range(4):
-            caches = store_kv_cache(*caches, k, v, slots, layer=jnp.int32(layer))
-        return caches
+            layer = jnp.int32(layer)
+            k_cache, v_cache = store_kv_cache(k_cache, v_cache, k, v, slots, layer=layer)
+        return k_cache, v_cache
 
-    step = jax.jit(step, donate_argnums=0).lower((k_cache, v_cache), k, v, slots).compile()
-    memory = step.memory_analysis()
+    lowered = jax.jit(step, donate_argnums=(0, 1)).lower(k_cache, v_cache, k, v, slots)
+    memory = lowered.compile().memory_analysis()
+    assert memory is not None
     assert memory.alias_size_in_bytes >= 2 * k_cache.nbytes
     assert memory.temp_size_in_bytes < k_cache.nbytes / 4
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -15,7 +16,10 @@ from pallas_kernels.paged_attention.cases import BLOCK_SIZES, HEADS, SMOLLM2, He
 from pallas_kernels.testing import PagedInputs, edge_contexts, random_inputs, relative_error
 
 TOLERANCE = {jnp.float32: 2e-6, jnp.bfloat16: 8e-3, jnp.float16: 2e-3}
-PREFILL = {"context_lens": [300, 1, 0, 130, 77, 64], "query_lens": [260, 1, 0, 2, 77, 33]}
+PREFILL: dict[str, Any] = {
+    "context_lens": [300, 1, 0, 130, 77, 64],
+    "query_lens": [260, 1, 0, 2, 77, 33],
+}
 
 
 def inputs(heads: Heads, block_size: int = 16, **settings) -> PagedInputs:
@@ -69,7 +73,7 @@ def dense(x: PagedInputs, window: int | None) -> np.ndarray:
 @pytest.mark.parametrize("window", [None, 1, 20])
 @pytest.mark.parametrize("heads", [Heads(4, 2, 8), Heads(3, 3, 16), Heads(6, 1, 8)], ids=str)
 def test_reference(heads, window):
-    settings = {"block_size": 4, "dtype": jnp.float32}
+    settings: dict[str, Any] = {"block_size": 4, "dtype": jnp.float32}
     x = inputs(heads, context_lens=edge_contexts(4, 40), **settings)
     assert relative_error(decode(x, "reference", sliding_window=window), dense(x, window)) < 1e-6
     x = inputs(heads, context_lens=[30, 1, 9, 0, 16], query_lens=[12, 1, 9, 0, 5], **settings)
@@ -186,10 +190,6 @@ def test_wrong_calls_are_value_errors():
 INTERPRET = plgpu.InterpretGPUParams()
 
 
-def private(x: PagedInputs) -> tuple:
-    return (x.q, x.k_cache, x.v_cache, x.block_tables, x.context_lens)
-
-
 @pytest.mark.parametrize(
     ("heads", "splits", "window"),
     [(Heads(6, 2, 64), 1, None), (Heads(6, 2, 64), 2, 40), (Heads(2, 2, 128), 1, None)],
@@ -198,8 +198,8 @@ def test_mosaic_decode_interpreted(heads, splits, window):
     x = inputs(heads, context_lens=[0, 150, 17], poison_slots=False)
     config = decode_sm90.DecodeConfig(tile=64, stages=2, num_splits=splits)
     out = decode_sm90.decode(
-        *private(x), jnp.int32(1), sm_scale=0.1, sliding_window=window, config=config,
-        interpret=INTERPRET,
+        x.q, x.k_cache, x.v_cache, x.block_tables, x.context_lens, jnp.int32(1), sm_scale=0.1,
+        sliding_window=window, config=config, interpret=INTERPRET,
     )  # fmt: skip
     want = decode(x, "reference", sm_scale=0.1, sliding_window=window)
     assert relative_error(out, want) < TOLERANCE[jnp.bfloat16]
@@ -210,8 +210,9 @@ def test_mosaic_prefill_interpreted():
         Heads(4, 2, 64), context_lens=[140, 0, 20], query_lens=[70, 0, 20], poison_slots=False
     )
     out = prefill_sm90.prefill(
-        *private(x), x.cu_seqlens_q, jnp.int32(1), sm_scale=0.1, interpret=INTERPRET
-    )
+        x.q, x.k_cache, x.v_cache, x.block_tables, x.context_lens, x.cu_seqlens_q, jnp.int32(1),
+        sm_scale=0.1, interpret=INTERPRET,
+    )  # fmt: skip
     assert relative_error(out, prefill(x, "reference", sm_scale=0.1)) < TOLERANCE[jnp.bfloat16]
 
 
@@ -273,13 +274,16 @@ def check_on_gpu(heads: Heads, block_size: int, dtype, implementation: str) -> N
     seed = int(np.random.default_rng().integers(2**31))
     print("seed", seed)
     poison = implementation == "xla"
-    settings = {"dtype": dtype, "poison_slots": poison, "seed": seed}
+    settings: dict[str, Any] = {"dtype": dtype, "poison_slots": poison, "seed": seed}
     contexts = edge_contexts(block_size, 1000)
     for repeat in (1, 9):  # several splits, and one
         x = inputs(heads, block_size, context_lens=contexts * repeat, **settings)
         want = decode(on_cpu(x), "reference")
         assert relative_error(decode(x, implementation), want) < TOLERANCE[dtype]
-    lens = {"context_lens": [1000, 1, 0, 300, 77, 515], "query_lens": [1000, 1, 0, 128, 77, 2]}
+    lens: dict[str, Any] = {
+        "context_lens": [1000, 1, 0, 300, 77, 515],
+        "query_lens": [1000, 1, 0, 128, 77, 2],
+    }
     x = inputs(heads, block_size, **lens, **settings)
     want = prefill(on_cpu(x), "reference")
     assert relative_error(prefill(x, implementation), want) < TOLERANCE[dtype]
