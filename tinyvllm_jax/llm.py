@@ -292,12 +292,11 @@ def _cpu_has_bf16() -> bool:
 
 
 def _load_tokenizer(config: EngineConfig, source: Any) -> "Tokenizer":
-    from tinyvllm_jax.loading.source import open_model
+    from tinyvllm_jax.loading.source import load_tokenizer
     from tinyvllm_jax.tokenizer import Tokenizer
 
-    if config.tokenizer is not None:
-        source = open_model(config.tokenizer, revision=config.revision)
-    return Tokenizer(source.load_tokenizer())
+    own = config.tokenizer is None
+    return Tokenizer(source.load_tokenizer() if own else load_tokenizer(config.tokenizer))
 
 
 def _eos_token_ids(

@@ -6,6 +6,8 @@ same weights rounded to bfloat16 (as the safetensors and the converted checkpoin
 
 import itertools
 import json
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from tinyvllm_jax import LLM, SamplingParams
 from tinyvllm_jax.loading.source import open_model
 
 DATA = Path(__file__).parents[1] / "data"
+SCRIPTS = Path(__file__).parents[2] / "scripts"
 GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, skip_special_tokens=False)
 SMALL = {"max_num_seqs": 8, "max_num_batched_tokens": 512, "show_progress": False}
 TOLERANCE = 1e-3
@@ -56,6 +59,7 @@ def test_gguf(gguf_llm):
     check(gguf_llm, prompts, [list(range(8)), [1], [4], [6]])
 
 
+@pytest.mark.timeout(600)
 def test_safetensors(demo_model, tmp_path):
     source = open_model("smollm2-135m")
     assert isinstance(source.weights, Mapping)
@@ -72,6 +76,20 @@ def test_safetensors(demo_model, tmp_path):
     source.load_tokenizer().save_pretrained(tmp_path)
     llm = LLM(str(tmp_path), dtype="float32", **SMALL)
     check(llm, reference("smollm2_135m_bf16.json"), [list(range(8)), [0], [2], [7]])
+
+
+def test_converted_checkpoint(demo_model, tmp_path):
+    """The GGUF, converted to an orbax checkpoint in bfloat16 and opened again in float32."""
+    converted = tmp_path / "converted"
+    command = [sys.executable, SCRIPTS / "convert_checkpoint.py", "--model", "smollm2-135m"]
+    command += ["--output", converted, "--dtype", "bfloat16"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "269.0 MB of bfloat16 weights" in done.stdout
+    llm = LLM(str(converted), dtype="float32", **SMALL)
+    check(llm, reference("smollm2_135m_bf16.json"), [list(range(8)), [3], [5]])
+    again = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert again.returncode == 2 and "is not an empty folder" in again.stderr
 
 
 def test_chat_and_text(gguf_llm):
