@@ -239,9 +239,17 @@ def _kernel(
         else:
             # Float32 O^T goes from registers to device memory in rows of 8 floats: layout
             # inference rejects a transposed float32 store to shared memory.
-            out_ref[b, kv_head, split] = out
-            max_ref[b, kv_head, split] = running_max
-            sum_ref[b, kv_head, split] = total
+            _store(out_ref.at[b, kv_head, split], out)
+            _store(max_ref.at[b, kv_head, split], running_max)
+            _store(sum_ref.at[b, kv_head, split], total)
+
+
+def _store(ref: Any, value: jax.Array) -> None:
+    """Stores rows shorter than a cache line, which jax 0.12 refuses unless told it is meant."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, value, optimized=False)  # pyright: ignore[reportAttributeAccessIssue]
+    else:  # jax 0.11
+        ref[...] = value
 
 
 def _merge_splits(
