@@ -295,8 +295,9 @@ def _load_tokenizer(config: EngineConfig, source: Any) -> "Tokenizer":
     from tinyvllm_jax.loading.source import load_tokenizer
     from tinyvllm_jax.tokenizer import Tokenizer
 
-    own = config.tokenizer is None
-    return Tokenizer(source.load_tokenizer() if own else load_tokenizer(config.tokenizer))
+    if config.tokenizer is None:
+        return Tokenizer(source.load_tokenizer())
+    return Tokenizer(load_tokenizer(config.tokenizer))
 
 
 def _eos_token_ids(

@@ -72,12 +72,13 @@ class GGUFCheckpoint(Mapping[str, np.ndarray]):
     def __init__(self, path: str | Path):
         self.path = Path(path)
         self.metadata, tensors = read_gguf(self.path)
-        self.architecture = self.metadata.get("general.architecture")
-        if self.architecture not in _ARCHITECTURES:
+        architecture = self.metadata.get("general.architecture")
+        if not isinstance(architecture, str) or architecture not in _ARCHITECTURES:
             raise NotImplementedError(
-                f"{self.path} has the architecture {self.architecture!r}; supported are "
+                f"{self.path} has the architecture {architecture!r}; supported are "
                 f"{', '.join(_ARCHITECTURES)}"
             )
+        self.architecture: str = architecture
         factors = tensors.pop(_FREQ_FACTORS, None)
         self.freq_factors: tuple[float, ...] | None = None
         """Divisors of the rotary frequencies [h/2] (how GGUF stores Llama 3's scaling), or None."""

@@ -71,9 +71,7 @@ def build_tokenizer(metadata: dict[str, Any], path: Path) -> "PreTrainedTokenize
             tokenizer = _sentencepiece_bpe(tokens, types, scores, names["unk"], add_prefix)
     except NotImplementedError as e:
         raise NotImplementedError(f"{path}: {e}; {_CURE}") from e
-    except (
-        Exception
-    ) as e:  # tokenizers raises bare Exception for merges that don't fit the vocabulary
+    except Exception as e:  # tokenizers raises bare Exception for impossible merges
         raise ValueError(f"{path} has a corrupt tokenizer: {e}; {_CURE}") from e
     tokenizer.add_tokens(
         [

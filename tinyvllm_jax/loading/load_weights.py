@@ -45,7 +45,7 @@ def load_weights(
     model: nnx.Module,
     weights: Mapping[str, np.ndarray] | OrbaxCheckpoint,
     *,
-    device: jax.Device | jax.sharding.Sharding | None = None,
+    sharding: jax.sharding.Sharding | None = None,
     show_progress: bool = False,
     ignore: Callable[[str], bool] = is_unused,
 ) -> None:
@@ -54,7 +54,7 @@ def load_weights(
     Args:
       model: a module whose leaves are ShapeDtypeStructs.
       weights: tensors by Hugging Face name, or a converted checkpoint.
-      device: where the leaves go; None is jax's default device.
+      sharding: where the leaves go; None is jax's default device.
       show_progress: a progress bar on stderr.
       ignore: whether a tensor that no leaf is made of may be left over.
 
@@ -64,7 +64,7 @@ def load_weights(
     """
     leaves = declared_leaves(model)
     _check_unset(leaves)
-    sharding = _as_sharding(device)
+    sharding = sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
     if isinstance(weights, OrbaxCheckpoint):
         abstract = {
             name: jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
@@ -93,7 +93,7 @@ def load_dummy_weights(
     model: nnx.Module,
     seed: int,
     *,
-    device: jax.Device | jax.sharding.Sharding | None = None,
+    sharding: jax.sharding.Sharding | None = None,
 ) -> None:
     """Sets every leaf to random numbers made on the device: norms 1, biases 0, the rest 0.02 * normal.
 
@@ -104,7 +104,7 @@ def load_dummy_weights(
     """
     leaves = declared_leaves(model)
     _check_unset(leaves)
-    sharding = _as_sharding(device)
+    sharding = sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
     for name, leaf in leaves.items():
         value, sources = leaf.get_value(), leaf.get_metadata()["sources"]
         if all(source.endswith("norm.weight") for source in sources):
@@ -128,12 +128,6 @@ def _normal(sharding: jax.sharding.Sharding) -> Callable[..., jax.Array]:
         return (0.02 * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
 
     return jax.jit(normal, static_argnames=("shape", "dtype"), out_shardings=sharding)
-
-
-def _as_sharding(device: jax.Device | jax.sharding.Sharding | None) -> jax.sharding.Sharding:
-    if isinstance(device, jax.sharding.Sharding):
-        return device
-    return jax.sharding.SingleDeviceSharding(device or jax.devices()[0])
 
 
 def _num_bytes(value: Any) -> int:

@@ -53,7 +53,7 @@ def save_checkpoint(
         config.dtype = dtypes[0]  # the weights' own now, no longer the source's
     config.save_pretrained(directory)
     _write_json(directory / "generation_config.json", source.generation_config)
-    ocp.save(directory / WEIGHTS, leaves)
+    ocp.save(str(directory / WEIGHTS), leaves)
     _write_json(directory / MARKER, {"format_version": FORMAT_VERSION, "dtypes": dtypes})
 
 
@@ -97,7 +97,7 @@ class OrbaxCheckpoint:
                 "convert the original checkpoint again"
             )
         try:
-            stored: Any = ocp.metadata(self.path / WEIGHTS).metadata
+            stored: Any = ocp.metadata(str(self.path / WEIGHTS)).metadata
             self.leaves = {
                 name: jax.ShapeDtypeStruct(tuple(leaf.shape), np.dtype(leaf.dtype))
                 for name, leaf in stored.items()
@@ -131,15 +131,13 @@ class OrbaxCheckpoint:
                     f"{list(leaf.shape)}; convert the original checkpoint again"
                 )
         try:
-            return ocp.load(self.path / WEIGHTS, leaves)  # pyright: ignore[reportReturnType]
+            return ocp.load(str(self.path / WEIGHTS), leaves)  # pyright: ignore[reportReturnType]
         except Exception as e:  # whatever orbax and tensorstore raise
             raise self._damaged(str(e)) from e
 
     def _damaged(self, why: str) -> ValueError:
         why = " ".join(why.split())[:300]
-        return ValueError(
-            f"{self.path} is damaged: {why}; run scripts/convert_checkpoint.py again"
-        )
+        return ValueError(f"{self.path} is damaged: {why}; run scripts/convert_checkpoint.py again")
 
 
 def _write_json(file: Path, content: dict[str, Any]) -> None:

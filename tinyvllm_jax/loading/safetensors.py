@@ -12,7 +12,7 @@ import mmap
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import ml_dtypes
 import numpy as np
@@ -188,7 +188,7 @@ def _parse_entry(entry: Any, name: str, file: Path) -> tuple[np.dtype, tuple[int
     return dtype, tuple(shape), offsets[0], offsets[1]
 
 
-def _are_naturals(value: Any) -> bool:
+def _are_naturals(value: Any) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(v) is int and v >= 0 for v in value)
 
 

@@ -34,7 +34,9 @@ _CONFIG_FILES = ("config.json", "generation_config.json")
 _WEIGHT_FILES = ("*.safetensors", "model.safetensors.index.json")
 # Weights a second time, in another layout or in subfolders.
 _DUPLICATES = ("*/*", "consolidated*")
-_TOKENIZER_CURE = "pass tokenizer= with a folder or hub id that has one, or skip_tokenizer_init=True"
+_TOKENIZER_CURE = (
+    "pass tokenizer= with a folder or hub id that has one, or skip_tokenizer_init=True"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +57,9 @@ class ModelSource:
     broken."""
 
 
-def open_model(model: str, *, revision: str | None = None, load_format: str = "auto") -> ModelSource:
+def open_model(
+    model: str, *, revision: str | None = None, load_format: str = "auto"
+) -> ModelSource:
     """Opens a model; nothing is loaded onto a device.
 
     Args:
@@ -115,7 +119,7 @@ def _locate(model: str, revision: str | None, files: tuple[str, ...]) -> Path:
         return _download(model, revision, files)
     if revision is not None:
         raise ValueError(f"revision={revision!r} is for hub ids (org/name); {model!r} is none")
-    if path.is_dir() or path.suffix == ".gguf" and path.is_file():
+    if path.is_dir() or (path.suffix == ".gguf" and path.is_file()):
         return path
     if path.is_file():
         raise ValueError(f"{path} is no .gguf file; for other formats pass the folder")
@@ -187,7 +191,9 @@ def _read_config(folder: Path) -> "PreTrainedConfig":
             f"{transformers.__version__} does not know"
         )
     if quantization := raw.get("quantization_config"):
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        method = (
+            quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        )
         raise NotImplementedError(
             f"{file} describes weights quantised by {method!r}, which are not read; take the "
             "unquantised checkpoint"
@@ -227,7 +233,9 @@ def _load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
             folder, local_files_only=True, trust_remote_code=False
         )
     except Exception as e:  # tokenizers raises bare Exception
-        raise ValueError(f"the tokenizer in {folder} can't be loaded: {e}; {_TOKENIZER_CURE}") from e
+        raise ValueError(
+            f"the tokenizer in {folder} can't be loaded: {e}; {_TOKENIZER_CURE}"
+        ) from e
     if not tokenizer.is_fast:
         raise ValueError(
             f"the tokenizer in {folder} is {type(tokenizer).__name__}, written in Python; a fast one "
