@@ -43,6 +43,8 @@ _ACC: Any = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
 _MASKED = -1e30
 _N = 8  # wgmma's smallest N: query heads a step
 _LOG2E = math.log2(math.e)
+# jax 0.12 searches for ever for a layout of a tile of which only some rows are copied out.
+_WHOLE_TILES = jax.__version_info__ >= (0, 12)
 _NUM_SMS = 132
 _CTAS_PER_SM = 2  # what the shared memory of three stages leaves room for
 
@@ -110,7 +112,6 @@ def _kernel(
     layer_ref: Any,  # [1]
     *refs: Any,
     config: DecodeConfig,
-    group: int,
     sm_scale: float,
     sliding_window: int | None,
 ):
@@ -234,7 +235,8 @@ def _kernel(
             out = out / lax.broadcast_in_dim(total, (head_dim, _N), [1])
             out_smem.T[...] = out.astype(dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(out_smem.at[:group], out_ref.at[b, kv_head])
+            rows = out_ref.shape[2]
+            plgpu.copy_smem_to_gmem(out_smem.at[:rows], out_ref.at[b, kv_head])
             plgpu.wait_smem_to_gmem(0)
         else:
             # Float32 O^T goes from registers to device memory in rows of 8 floats: layout
@@ -285,7 +287,8 @@ def _decode(
     tile, num_splits, dtype = config.tile, config.num_splits, q.dtype
     group = num_heads // num_kv_heads
     if num_splits == 1:
-        out_type = [jax.ShapeDtypeStruct((batch_size, num_kv_heads, group, head_dim), dtype)]
+        rows = _N if _WHOLE_TILES else group
+        out_type = [jax.ShapeDtypeStruct((batch_size, num_kv_heads, rows, head_dim), dtype)]
     else:
         splits = (batch_size, num_kv_heads, num_splits)
         out_type = [
@@ -312,7 +315,6 @@ def _decode(
         functools.partial(
             _kernel,
             config=config,
-            group=group,
             sm_scale=sm_scale,
             sliding_window=sliding_window,
         ),
@@ -327,7 +329,7 @@ def _decode(
         interpret=interpret,
     )(q, k_cache, v_cache, block_tables, context_lens, layer.reshape(1))
     if num_splits == 1:
-        return outputs[0].reshape(batch_size, num_heads, head_dim)
+        return outputs[0][:, :, :group].reshape(batch_size, num_heads, head_dim)
     return _merge_splits(*outputs, num_heads=num_heads).astype(dtype)
 
 
