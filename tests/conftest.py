@@ -5,6 +5,7 @@ import functools
 import os
 import shutil
 import tempfile
+from pathlib import Path
 
 # Read once by huggingface_hub and jax, so set before anything imports them.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -35,3 +36,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skips `gpu` tests where there is no NVIDIA GPU; other tests never start jax for this."""
     if item.get_closest_marker("gpu") and not _has_nvidia_gpu():
         pytest.skip("needs an NVIDIA GPU and jax[cuda13]")
+
+
+@pytest.fixture(scope="session")
+def demo_model() -> Path:
+    """The demo model's GGUF; skips where it is neither cached nor to be had."""
+    from tinyvllm_jax.loading.demo_model import fetch_demo_model
+
+    try:
+        return fetch_demo_model()
+    except OSError as error:
+        pytest.skip(f"no demo model: {error}")

@@ -1,23 +1,11 @@
 """Fixtures of the end-to-end tests."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 import jax.monitoring
 import pytest
 
-from tinyvllm_jax.loading.demo_model import fetch_demo_model
-
 COMPILE_EVENTS = "/jax/core/compile/"  # tracing, lowering and compiling
-
-
-@pytest.fixture(scope="session")
-def demo_model() -> Path:
-    """The demo model's GGUF; skips where it is neither cached nor to be had."""
-    try:
-        return fetch_demo_model()
-    except OSError as error:
-        pytest.skip(f"no demo model: {error}")
 
 
 @pytest.fixture
