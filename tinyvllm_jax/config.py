@@ -53,7 +53,7 @@ class EngineConfig:
     num_gpu_blocks_override: int | None = None
     """Number of KV cache blocks, instead of a size derived from memory."""
     block_size: int = 64
-    """Tokens in a block of the KV cache: 16, 32, 64 or 128."""
+    """Tokens in a block of the KV cache: 4, 8, 16, 32, 64 or 128 (Mosaic GPU kernels from 16)."""
     attention_backend: Literal["auto", "mosaic_gpu", "xla", "reference"] = "auto"
     """Implementation of attention and cache update. "auto": Mosaic GPU kernels on Hopper, else
     XLA.

@@ -158,7 +158,8 @@ class LLM:
         try:
             seen = 0
             while not seq.is_finished:
-                self.engine.step()
+                with _interrupts_deferred():
+                    self.engine.step()
                 if not seq.is_finished and len(seq.output_token_ids) > seen:
                     seen = len(seq.output_token_ids)
                     yield seq.output()
@@ -239,7 +240,7 @@ class LLM:
                         )
                         bar.update(len(sequences) - len(unfinished) - bar.n)
                     if interrupted.is_set():
-                        raise KeyboardInterrupt
+                        break
             self.engine.drain()
         finally:
             for seq in sequences:
@@ -248,19 +249,23 @@ class LLM:
 
 @contextlib.contextmanager
 def _interrupts_deferred() -> Iterator[threading.Event]:
-    """Turns Ctrl-C into an event, so that it never tears a step apart half done.
+    """Turns Ctrl-C into an event until the end of the block, where it is delivered as usual: so it never
+    tears a step apart half done.
 
     Python delivers signals to the main thread only, and only it may set handlers.
     """
     interrupted = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or before is None:
         yield interrupted
         return
-    before = signal.signal(signal.SIGINT, lambda *_: interrupted.set())
+    signal.signal(signal.SIGINT, lambda *_: interrupted.set())
     try:
         yield interrupted
     finally:
         signal.signal(signal.SIGINT, before)
+        if interrupted.is_set():
+            signal.raise_signal(signal.SIGINT)
 
 
 def _prepare_jax() -> None:

@@ -1,5 +1,6 @@
 """The library as its users hold it, on a tiny random model."""
 
+import gc
 import os
 import signal
 import threading
@@ -122,6 +123,20 @@ def test_interrupt_aborts_and_the_engine_goes_on(llm):
     with pytest.raises(KeyboardInterrupt):
         while True:
             llm.generate([[1], [2], [3]], long, use_tqdm=False)
+    assert not llm.engine.scheduler.has_unfinished
+    llm.engine.check_invariants()
+    assert ids(llm.generate([3, 1, 4], GREEDY, use_tqdm=False)[0]) == right
+
+
+def test_interrupting_a_stream_leaves_the_engine_whole(llm):
+    right = ids(llm.generate([3, 1, 4], GREEDY, use_tqdm=False)[0])
+    long = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        while True:
+            for _ in llm.stream([1, 2], long):
+                pass
+    gc.collect()  # closes the stream that the interrupt left
     assert not llm.engine.scheduler.has_unfinished
     llm.engine.check_invariants()
     assert ids(llm.generate([3, 1, 4], GREEDY, use_tqdm=False)[0]) == right
