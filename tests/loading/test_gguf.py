@@ -64,7 +64,10 @@ def write_gguf(path: Path, name: str, quantization="F32", extra=None, factors=No
         writer.add_value_length(config["head_dim"])
     writer.add_eos_token_id(2)
     for key, value in (extra or {}).items():
-        (writer.add_string if isinstance(value, str) else writer.add_float32)(key, value)
+        if isinstance(value, str):
+            writer.add_string(key, value)
+        else:
+            writer.add_float32(key, value)
     for tensor_name, tensor in random_weights(name).items():
         if architecture == "llama" and ".q_proj." in tensor_name:
             tensor = interleave(tensor, heads)
