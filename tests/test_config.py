@@ -1,5 +1,8 @@
 """EngineConfig: checked, and resolved once by a pure function."""
 
+import types
+
+import numpy as np
 import pytest
 from transformers import AutoConfig
 
@@ -7,7 +10,14 @@ from tests.tiny_models import TINY_MODELS
 from tinyvllm_jax import EngineConfig
 from tinyvllm_jax.config import ModelConfig
 from tinyvllm_jax.engine.batch import StepShapes
-from tinyvllm_jax.engine.kv_cache import block_bytes, gpu_cache_bytes, num_blocks
+from tinyvllm_jax.engine.kv_cache import (
+    block_bytes,
+    cpu_cache_bytes,
+    gpu_cache_bytes,
+    num_blocks,
+    workspace_bytes,
+)
+from tinyvllm_jax.engine.model_runner import ModelRunner
 
 GIB = 2**30
 
@@ -151,6 +161,36 @@ def test_a_cache_too_small_for_one_sequence_names_what_fits():
     with pytest.raises(ValueError, match=r"holds 144 tokens.*max_model_len is 256.*at most 144"):
         num_blocks(config, model, shapes(config), 2, 10 * size)
     assert num_blocks(config, model, shapes(config), 2, 17 * size) == 17
+
+
+def test_runner_asks_the_gpu_how_much_it_has(monkeypatch):
+    """With a GPU that reports 97 GiB, 97 % of its memory, the share is taken of 100."""
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.97")
+    runner = ModelRunner.__new__(ModelRunner)
+    runner.config, runner.block_size = resolve(gpu_memory_utilization=0.5), 64
+    runner.dtype, runner.leaves = np.dtype(np.float16), []
+    runner.shapes = shapes(runner.config)
+    stats = {"bytes_limit": 97 * GIB}
+    gpu = types.SimpleNamespace(platform="gpu", memory_stats=lambda: stats)
+    workspace = workspace_bytes(model_config(), runner.shapes, 2)
+    got = runner._cache_bytes(gpu, 0, model_config())
+    assert abs(got - (50 * GIB - workspace)) <= 2
+    stats.clear()
+    with pytest.raises(ValueError, match="set kv_cache_memory_bytes"):
+        runner._cache_bytes(gpu, 0, model_config())
+
+
+def test_cpu_cache_never_exhausts_memory():
+    model, config = model_config(), resolve(on_gpu=False)
+    block = block_bytes(model, config.block_size, 4)
+    assert cpu_cache_bytes(config, block, 100 * GIB) == GIB
+    assert cpu_cache_bytes(config, block, 4 * GIB) == 4 * GIB // 10
+    assert (
+        cpu_cache_bytes(config, block, 20 * block) == 5 * block
+    )  # one sequence: 4 blocks and the dummy
+    assert cpu_cache_bytes(config, block, 6 * block) == 3 * block  # half, which num_blocks refuses
+    with pytest.raises(ValueError, match="lower max_model_len to at most 128"):
+        num_blocks(config, model, shapes(config), 4, 3 * block)
 
 
 def test_the_cache_is_no_larger_than_all_sequences_need():

@@ -60,12 +60,14 @@ def gpu_cache_bytes(
 
 
 def cpu_cache_bytes(config: EngineConfig, block: int, available: int) -> int:
-    """Bytes for the cache on a CPU: 1 GiB or a tenth of the free memory, and room for one longest
-    sequence.
+    """Bytes for the cache on a CPU: 1 GiB or a tenth of the `available` bytes, or room for one longest
+    sequence if that is more, but never more than half of what is available.
+
+    `block` is the bytes of one block.
     """
     assert config.max_model_len is not None
     one_sequence = (-(-config.max_model_len // config.block_size) + 1) * block
-    return max(one_sequence, min(GIB, available // 10))
+    return min(max(one_sequence, min(GIB, available // 10)), available // 2)
 
 
 def num_blocks(

@@ -95,22 +95,8 @@ class ModelRunner:
             dtype=config.dtype,
         )
         itemsize = self.dtype.itemsize
-        if on_gpu:
-            stats = device.memory_stats() or {}
-            memory = kv_cache.gpu_cache_bytes(
-                config,
-                total=int(
-                    stats["bytes_limit"]
-                    / float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.75"))
-                ),
-                limit=stats["bytes_limit"],
-                used_before=used_before,
-                weights=sum(leaf.nbytes for leaf in self.leaves),
-                workspace=kv_cache.workspace_bytes(model_config, self.shapes, itemsize),
-            )
-        else:
-            block = kv_cache.block_bytes(model_config, config.block_size, itemsize)
-            memory = kv_cache.cpu_cache_bytes(config, block, kv_cache.available_host_bytes())
+        is_sized = config.kv_cache_memory_bytes or config.num_gpu_blocks_override
+        memory = 0 if is_sized else self._cache_bytes(device, used_before, model_config)
         self.num_blocks = kv_cache.num_blocks(config, model_config, self.shapes, itemsize, memory)
         self.cache = kv_cache.allocate_kv_cache(
             model_config, self.num_blocks, config.block_size, self.dtype
@@ -123,6 +109,27 @@ class ModelRunner:
         self.steps: dict[StepShape, Any] = {}
         self.samplers: dict[tuple[int, SamplingMode], Any] = {}
         self.warmup(show_progress=show_progress)
+
+    def _cache_bytes(self, device: Any, used_before: int, model_config: ModelConfig) -> int:
+        """Bytes for the cache, derived from the device's memory. The weights are loaded already."""
+        itemsize = self.dtype.itemsize
+        if device.platform != "gpu":
+            block = kv_cache.block_bytes(model_config, self.block_size, itemsize)
+            return kv_cache.cpu_cache_bytes(self.config, block, kv_cache.available_host_bytes())
+        limit = (device.memory_stats() or {}).get("bytes_limit")
+        if limit is None:
+            raise ValueError(
+                "jax's allocator does not tell how much memory the GPU has; set kv_cache_memory_bytes"
+            )
+        fraction = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.75"))
+        return kv_cache.gpu_cache_bytes(
+            self.config,
+            total=int(limit / fraction),
+            limit=limit,
+            used_before=used_before,
+            weights=sum(leaf.nbytes for leaf in self.leaves),
+            workspace=kv_cache.workspace_bytes(model_config, self.shapes, itemsize),
+        )
 
     def warmup(self, *, show_progress: bool = True) -> None:
         """Compiles every step and sampler, several at once."""
