@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.checks import check_caches, layer_index
 from pallas_kernels.dispatch import dispatch
 from pallas_kernels.kv_cache_update import reference, update_sm90, xla
 
@@ -41,17 +42,15 @@ def store_kv_cache(
       ValueError: shapes or dtypes that do not fit together.
       NotImplementedError: the named implementation cannot do this case.
     """
-    if k_cache.ndim != 5 or k_cache.shape != v_cache.shape or k_cache.dtype != v_cache.dtype:
-        raise ValueError(
-            "k_cache and v_cache must be alike, [layers, blocks, kv_heads, block_size, head_dim], "
-            f"not {k_cache.dtype} {k_cache.shape} and {v_cache.dtype} {v_cache.shape}"
-        )
+    check_caches(k_cache, v_cache)
     rows = (slot_mapping.shape[0], k_cache.shape[2], k_cache.shape[4])
     if slot_mapping.ndim != 1 or k.shape != rows or v.shape != rows:
         raise ValueError(
             f"slot_mapping must be [T], k and v [T, K, h] = {rows}, not "
             f"{slot_mapping.shape}, {k.shape} and {v.shape}"
         )
+    if not (jnp.issubdtype(k.dtype, jnp.floating) and jnp.issubdtype(v.dtype, jnp.floating)):
+        raise ValueError(f"k and v must be floating point, not {k.dtype} and {v.dtype}")
     if slot_mapping.dtype != jnp.int32:
         raise ValueError(f"slot_mapping must be int32, not {slot_mapping.dtype}")
     return dispatch(
@@ -63,5 +62,5 @@ def store_kv_cache(
         k,
         v,
         slot_mapping,
-        jnp.asarray(layer, jnp.int32),
+        layer_index(layer, k_cache.shape[0]),
     )

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.checks import check_caches, layer_index
 from pallas_kernels.dispatch import dispatch
 from pallas_kernels.paged_attention import decode_sm90, prefill_sm90, reference, xla
 
@@ -63,7 +64,7 @@ def paged_attention_decode(
         v_cache,
         block_tables,
         context_lens,
-        jnp.asarray(layer, jnp.int32),
+        layer_index(layer, k_cache.shape[0]),
         sm_scale=_scale(q, sm_scale),
         sliding_window=sliding_window,
     )
@@ -114,7 +115,7 @@ def paged_attention_prefill(
         block_tables,
         context_lens,
         cu_seqlens_q,
-        jnp.asarray(layer, jnp.int32),
+        layer_index(layer, k_cache.shape[0]),
         sm_scale=_scale(q, sm_scale),
         sliding_window=sliding_window,
     )
@@ -134,11 +135,9 @@ def _check(
 ) -> None:
     if q.ndim != 3:
         raise ValueError(f"q must be [tokens, heads, head_dim], not {q.shape}")
-    if k_cache.ndim != 5 or k_cache.shape != v_cache.shape or k_cache.dtype != v_cache.dtype:
-        raise ValueError(
-            "k_cache and v_cache must be alike, [layers, blocks, kv_heads, block_size, head_dim], "
-            f"not {k_cache.dtype} {k_cache.shape} and {v_cache.dtype} {v_cache.shape}"
-        )
+    if not jnp.issubdtype(q.dtype, jnp.floating):
+        raise ValueError(f"q must be floating point, not {q.dtype}")
+    check_caches(k_cache, v_cache)
     if q.shape[2] != k_cache.shape[4]:
         raise ValueError(f"head_dim of q is {q.shape[2]}, that of the cache {k_cache.shape[4]}")
     if q.shape[1] % k_cache.shape[2]:

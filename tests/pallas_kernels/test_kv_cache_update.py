@@ -89,6 +89,18 @@ def test_wrong_calls_are_value_errors():
         store_kv_cache(k32, v32, k, v, slots, layer=0, implementation="mosaic_gpu")
 
 
+@pytest.mark.parametrize("layer", [-1, 2, 5])
+def test_a_layer_that_is_not_there_is_refused(layer):
+    with pytest.raises(ValueError, match=r"layer must be in 0 \.\. 1"):
+        store_kv_cache(*inputs(7), layer=layer)
+
+
+def test_integer_rows_are_refused():
+    k_cache, v_cache, k, v, slots = inputs(7)
+    with pytest.raises(ValueError, match="k and v must be floating point"):
+        store_kv_cache(k_cache, v_cache, k.astype(jnp.int32), v, slots, layer=0)
+
+
 @pytest.mark.parametrize("num_tokens", [1, 11])
 def test_mosaic_interpreted(num_tokens):
     arrays = inputs(num_tokens)

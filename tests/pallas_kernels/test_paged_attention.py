@@ -185,6 +185,27 @@ def test_wrong_calls_are_value_errors():
         paged_attention_prefill(*good, x.context_lens, layer=0)
 
 
+@pytest.mark.parametrize("layer", [-1, 2, True, 0.5, None, "1"])
+def test_a_layer_that_is_not_there_is_refused(layer):
+    with pytest.raises(ValueError, match="layer must be"):
+        decode(inputs(SMOLLM2, context_lens=[3]), "xla", layer=layer)
+    with pytest.raises(ValueError, match="layer must be"):
+        prefill(inputs(SMOLLM2, **PREFILL), "xla", layer=layer)
+
+
+@pytest.mark.parametrize("layer", [jnp.array([0, 1]), jnp.float32(1)])
+def test_a_layer_array_must_be_an_integer_scalar(layer):
+    with pytest.raises(ValueError, match="layer must be an integer scalar"):
+        decode(inputs(SMOLLM2, context_lens=[3]), "xla", layer=layer)
+
+
+def test_integer_queries_are_refused():
+    x = inputs(SMOLLM2, context_lens=[3])
+    x = dataclasses.replace(x, q=x.q.astype(jnp.int32))
+    with pytest.raises(ValueError, match="q must be floating point"):
+        decode(x, "xla")
+
+
 # --- Mosaic GPU without a GPU -------------------------------------------------------------------
 
 INTERPRET = plgpu.InterpretGPUParams()
