@@ -31,7 +31,7 @@ ALLOWED = {
     "tokenizer": set(),
     "layers": {"config"},
     "models": {"layers", "config"},
-    "sampling": {"config", "engine.batch"},
+    "sampling": {"config"},
     "quantization": {"layers", "config"},
     "loading": {"config"},
     **{f"engine.{name}": {"engine." + host for host in HOST} | DATA for name in HOST},
